@@ -1,0 +1,1 @@
+"""The only package of the project that imports SGLang (pinned: see :mod:`.version`)."""
