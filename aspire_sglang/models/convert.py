@@ -57,7 +57,8 @@ def _build_tokenizer(reader: gguf.GGUFReader) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in control])
 
     def token_of(role: str) -> str:
-        return tokens[_field(reader, f"tokenizer.ggml.{role}_token_id")]
+        token_id: int = _field(reader, f"tokenizer.ggml.{role}_token_id")
+        return tokens[token_id]
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -13,6 +14,15 @@ from aspire_sglang.noise import gumbel_noise, gumbel_noise_at
 
 MIN_P_VALUE = 1e-4
 MASK_32, MASK_64 = (1 << 32) - 1, (1 << 64) - 1
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: on a busy machine, waiting for a second thread costs more than it saves."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def uniforms(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -124,13 +134,14 @@ def test_extreme_bits_are_finite_and_resolved() -> None:
     bits = torch.tensor([-(2**31), -1, 0, 2**31 - 2, 2**31 - 1], dtype=torch.int32)
     values = noise._gumbel_of_bits(bits).to(torch.float32)
     assert torch.isfinite(values).all()
-    assert (values.diff() > 0).all()  # the two largest values stay distinct in float32
+    assert (values.diff() >= 0).all()
+    assert values[-1] > values[-2]  # the upper tail keeps its resolution in float32
     assert values[-1] == pytest.approx(33 * math.log(2), rel=1e-6)
 
 
 def test_distinct_tokens_of_a_row_have_distinct_noise() -> None:
     values = gumbel_noise(torch.tensor([5]), positions=torch.tensor([9]), vocab_size=1 << 18, dtype=torch.float64)
-    assert values.unique().numel() == 1 << 18
+    assert len(set(values[0].tolist())) == 1 << 18
 
 
 def test_a_row_does_not_depend_on_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,8 +178,8 @@ def test_empty_and_wrong_shapes() -> None:
     assert gumbel_noise(none, positions=none, vocab_size=8).shape == (0, 8)
     with pytest.raises(ValueError, match="wanted"):
         gumbel_noise(torch.zeros(2, dtype=torch.int64), positions=torch.zeros(3, dtype=torch.int64), vocab_size=8)
+    two = torch.zeros(2, dtype=torch.int64)
     with pytest.raises(ValueError, match="3 rows"):
-        two = torch.zeros(2, dtype=torch.int64)
         gumbel_noise_at(two, positions=two, token_ids=torch.zeros(3, 4, dtype=torch.int64))
 
 
