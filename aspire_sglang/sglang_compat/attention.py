@@ -20,16 +20,14 @@ from aspire_sglang.attention_backends.base import AttentionPlan, PageSetStore, S
 from aspire_sglang.attention_backends.layout import RaggedLayout, Row, RowKind
 from aspire_sglang.attention_backends.torch_reference import TorchAttentionBackend, TorchAttentionPlan
 from aspire_sglang.sglang_compat import options
-from aspire_sglang.sglang_compat.platform import CPU_ATTENTION_BACKEND, is_cpu_platform
+from aspire_sglang.sglang_compat.platform import CPU_ATTENTION_BACKEND, GPU_ATTENTION_BACKEND, is_cpu_platform
 from aspire_sglang.sglang_compat.request_hooks import aspire_selected
-
-BACKEND_NAME = "aspire"
 
 
 def register() -> None:
     """Register the backend: under its own name, and on a CPU under the name that SGLang's allocation code expects."""
-    register_attention_backend(BACKEND_NAME)(AspireAttentionBackend)
-    add_attention_backend_choices([BACKEND_NAME])
+    register_attention_backend(GPU_ATTENTION_BACKEND)(AspireAttentionBackend)
+    add_attention_backend_choices([GPU_ATTENTION_BACKEND])
     stock = ATTENTION_BACKENDS[CPU_ATTENTION_BACKEND]
 
     def choose(model_runner: Any) -> Any:

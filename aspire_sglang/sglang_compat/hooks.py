@@ -1,7 +1,7 @@
 """Every place where SGLang is changed, in one table, each with its reason.
 
 All hooks do nothing for a server that does not use ASPIRE (``ServerArgs`` hooks excepted, which only add options).
-SGLang logs a plugin's failures and goes on; :func:`missing_hooks` is how we find out and refuse to serve instead.
+SGLang logs a plugin's failures and goes on; :func:`check_hooks` finds out and refuses to serve instead.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from aspire_sglang.sglang_compat import metrics_hooks, options, request_hooks
-from aspire_sglang.sglang_compat.platform import is_cpu_platform
+from aspire_sglang.config import ConfigError
+from aspire_sglang.sglang_compat import metrics_hooks, options, request_hooks, support
+from aspire_sglang.sglang_compat.platform import apply_gpu_defaults, is_cpu_platform
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,24 @@ HOOKS: tuple[Hook, ...] = (
         "keyword arguments of Engine; attaches the validated config record",
     ),
     Hook(
+        f"{_SRT}.server_args.ServerArgs.__post_init__",
+        HookType.BEFORE,
+        apply_gpu_defaults,
+        "SGLang must resolve page sizes, graphs and pools for our attention backend, so it is chosen first",
+    ),
+    Hook(
+        f"{_SRT}.server_args.ServerArgs.__post_init__",
+        HookType.BEFORE,
+        support.check_settings,
+        "refuse unsupported settings before SGLang acts on them or fails on them in its own words",
+    ),
+    Hook(
+        f"{_SRT}.server_args.ServerArgs._handle_model_specific_adjustments",
+        HookType.BEFORE,
+        support.check_model,
+        "refuse unsupported models before SGLang asks them for other attention backends",
+    ),
+    Hook(
         f"{_SRT}.mem_cache.allocation.assign_req_to_token_pool_func",
         HookType.AROUND,
         assign_req_to_token_pool,
@@ -84,6 +103,12 @@ HOOKS: tuple[Hook, ...] = (
         HookType.AROUND,
         request_hooks.extra_context_len,
         "a row of req_to_token must hold the whole decode reserve at the context limit (too narrow in stock)",
+    ),
+    Hook(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.AROUND,
+        request_hooks.validate_request,
+        "a value of the wrong type passes stock's checks and ends the scheduler process when it decodes the request",
     ),
     Hook(
         f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue",
@@ -150,4 +175,14 @@ def register_hooks() -> None:
 
 def missing_hooks() -> list[str]:
     """Targets of the table that SGLang did not patch in this process."""
-    return [hook.target for hook in HOOKS if hook.target not in HookRegistry._patched]
+    return sorted({hook.target for hook in HOOKS} - HookRegistry._patched)
+
+
+def check_hooks() -> None:
+    """Raise :class:`ConfigError` that names the hooks SGLang did not apply in this process."""
+    missing = missing_hooks()
+    if missing:
+        raise ConfigError(
+            f"SGLang did not apply {len(missing)} hook(s) of aspire-sglang ({', '.join(missing)}); output could be "
+            "wrong, so the server stops. Reinstall SGLang and aspire-sglang, and unset SGLANG_PLUGINS"
+        )

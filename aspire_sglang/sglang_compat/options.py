@@ -32,6 +32,11 @@ def config_of(server_args: Any) -> AspireConfig:
     return config
 
 
+def is_selected(server_args: Any) -> bool:
+    """True when these arguments select ASPIRE, at any stage of their resolution."""
+    return getattr(server_args, "_aspire_config", None) is not None
+
+
 def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
     """AFTER ``ServerArgs.add_cli_args``: ``--spec-algorithm`` and the ``--aspire-*`` group."""
     parser.add_argument(
@@ -46,7 +51,7 @@ def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
         group.add_argument(
             f"--aspire-{spec.name.replace('_', '-')}",
             dest=PREFIX + spec.name,
-            type=type(spec.default),
+            type=_value_parser(type(spec.default)),
             default=argparse.SUPPRESS,
             metavar=spec.metadata["unit"].upper(),
             help=f"{spec.metadata['help']} (default: {spec.default})".replace("%", "%%"),
@@ -61,6 +66,18 @@ def add_cli_args(result: None, parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _value_parser(kind: type) -> Callable[[str], Any]:
+    """Text that is no ``kind`` stays text: the config record then says in one line what is wrong with it."""
+
+    def parse(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError:
+            return text
+
+    return parse
+
+
 def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse.Namespace) -> Any:
     """AROUND ``ServerArgs.from_cli_args``: hand the flags on, since the original keeps dataclass fields only."""
     values = {name: value for name, value in vars(args).items() if name.startswith(PREFIX)}
@@ -73,9 +90,7 @@ def around_from_cli_args(original: Callable[..., Any], cls: type, args: argparse
 
 def around_init(original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND ``ServerArgs.__init__``: take our keyword arguments out and attach the validated record."""
-    values = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
-    values = {**(_pending.get() or {}), **values}
-    selected = str(kwargs.get("speculative_algorithm") or "").upper() == "ASPIRE"
+    values, selected = _take_options(kwargs)
     if values and not selected:
         raise ConfigError(
             f"{', '.join(sorted('--' + name.replace('_', '-') for name in values))}: only used with "
@@ -83,6 +98,25 @@ def around_init(original: Callable[..., None], server_args: Any, *args: Any, **k
         )
     object.__setattr__(server_args, "_aspire_config", load_config(values) if selected else None)
     original(server_args, *args, **kwargs)
+
+
+def refusing_init(problem: str) -> Callable[..., None]:
+    """An AROUND hook for ``ServerArgs.__init__`` that refuses ASPIRE with ``problem`` and passes all else on."""
+
+    def around(original: Callable[..., None], server_args: Any, *args: Any, **kwargs: Any) -> None:
+        values, selected = _take_options(kwargs)
+        if values or selected:
+            raise ConfigError(problem)
+        original(server_args, *args, **kwargs)
+
+    return around
+
+
+def _take_options(kwargs: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+    """Our options out of ``kwargs`` (mutated) and out of the flags, and whether ASPIRE is selected."""
+    values = {name: kwargs.pop(name) for name in list(kwargs) if name.startswith(PREFIX)}
+    selected = str(kwargs.get("speculative_algorithm") or "").upper() == "ASPIRE"
+    return {**(_pending.get() or {}), **values}, selected
 
 
 def load_config(values: dict[str, Any]) -> AspireConfig:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from aspire_sglang.config import ConfigError
 from aspire_sglang.sglang_compat.version import version_problem
 
 
@@ -19,36 +18,35 @@ def register() -> None:
     from aspire_sglang.sglang_compat import attention, hooks
     from aspire_sglang.sglang_compat.spec_algorithm import ALGORITHM, AspireSpecAlgorithm
 
-    SpeculativeAlgorithm.register(ALGORITHM, spec_class=AspireSpecAlgorithm)(_worker_class)
+    SpeculativeAlgorithm.register(ALGORITHM, spec_class=AspireSpecAlgorithm, validate_server_args=_check_hooks)(
+        _worker_class
+    )
     attention.register()
     hooks.register_hooks()
 
 
-def _worker_class(server_args: Any) -> type:
-    """The worker, once SGLang has chosen ASPIRE; the last moment to find out that a hook did not take."""
+def _check_hooks(server_args: Any) -> None:
+    """In the main process, while arguments are resolved: nothing has been started yet."""
+    from aspire_sglang.sglang_compat.hooks import check_hooks
+
     check_hooks()
+
+
+def _worker_class(server_args: Any) -> type:
+    """The worker, once SGLang has chosen ASPIRE; hooks may also be missing in the scheduler process alone."""
+    _check_hooks(server_args)
     from aspire_sglang.sglang_compat.worker import AspireWorker
 
     return AspireWorker
 
 
-def check_hooks() -> None:
-    """Raise :class:`ConfigError` that names the hooks SGLang did not apply in this process."""
-    from aspire_sglang.sglang_compat.hooks import missing_hooks
-
-    missing = missing_hooks()
-    if missing:
-        raise ConfigError(
-            f"SGLang did not apply {len(missing)} hook(s) of aspire-sglang ({', '.join(missing)}); output could be "
-            "wrong, so the server stops. Reinstall SGLang and aspire-sglang, and unset SGLANG_PLUGINS"
-        )
-
-
 def _register_refusal(problem: str) -> None:
-    """On another SGLang: leave it alone, but make ``--speculative-algorithm aspire`` say what is wrong."""
-    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+    """On another SGLang: leave it alone, but keep our flags known so that choosing ASPIRE says what is wrong."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    def refuse(server_args: Any) -> None:
-        raise ConfigError(problem)
+    from aspire_sglang.sglang_compat import options
 
-    SpeculativeAlgorithm.register("ASPIRE", validate_server_args=refuse)(refuse)
+    server_args = "sglang.srt.server_args.ServerArgs"
+    HookRegistry.register(f"{server_args}.add_cli_args", options.add_cli_args, HookType.AFTER)
+    HookRegistry.register(f"{server_args}.from_cli_args", options.around_from_cli_args, HookType.AROUND)
+    HookRegistry.register(f"{server_args}.__init__", options.refusing_init(problem), HookType.AROUND)

@@ -34,6 +34,20 @@ def extra_context_len(original: Callable[..., int], server_args: Any) -> int:
     return max(stock, get_alloc_reserve_per_decode(server_args) + server_args.page_size)
 
 
+def validate_request(original: Callable[..., None], manager: Any, obj: Any, input_ids: Any) -> None:
+    """AROUND ``TokenizerManager._validate_one_request`` (main process): what would end the scheduler is a 400.
+
+    Stock sends parameters of a wrong type and unknown token ids on, and the scheduler process ends on them.
+    """
+    if aspire_selected(manager.server_args):
+        problem = support.sampling_params_problem(obj.sampling_params)
+        if problem is None and obj.input_ids is not None:
+            problem = support.input_ids_problem(input_ids, manager.model_config.vocab_size)
+        if problem is not None:
+            raise ValueError(problem)
+    original(manager, obj, input_ids)
+
+
 def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND ``Scheduler._add_request_to_queue``: a request we cannot serve exactly ends with a 400 that says why."""
     if aspire_selected(scheduler.server_args) and req.to_finish is None:
@@ -52,8 +66,8 @@ def cumulate_penalties(original: Callable[..., None], batch: Any) -> None:
 def resolve_tokens(original: Callable[..., list[list[int]]], processor: Any, result: Any, batch: Any) -> Any:
     """AROUND ``_resolve_spec_v2_tokens``: commit each row's run and count as verifies only the rows that verified.
 
-    ``accept_lens`` is 0 for a row that drafted. Requests that finished, were aborted or retracted while the step ran
-    keep their counters: a late result changes nothing.
+    ``accept_lens`` is 0 for a row that drafted. Requests that finished, were retracted or are to be aborted
+    (``to_finish``) keep their output and counters: a late result changes nothing.
     """
     if not aspire_selected():
         return original(processor, result, batch)
@@ -68,7 +82,7 @@ def resolve_tokens(original: Callable[..., list[list[int]]], processor: Any, res
     runs: list[list[int]] = []
     for row, req in enumerate(batch.reqs):
         run = token_ids[row * stride : row * stride + accept_lens[row]]
-        if req.is_retracted or req.finished():
+        if req.is_retracted or req.finished() or req.to_finish is not None:
             run = []
         elif run:
             _commit(req, num_committed=len(run), num_drafts=draft_lens[row])

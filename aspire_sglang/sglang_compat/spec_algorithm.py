@@ -20,11 +20,11 @@ class AspireSpecAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
     def handle_server_args(self, server_args: Any) -> None:
         """Last stage of argument resolution: set the sizes that SGLang derives its reserves from, refuse the rest."""
         config = options.config_of(server_args)
-        support.check_server_args(server_args)
+        support.check_settings(server_args)
+        support.check_graphs(server_args)
         server_args.speculative_num_draft_tokens = config.draft_max + 1
         server_args.speculative_num_steps = 1
         server_args.speculative_eagle_topk = 1
-        server_args.disable_overlap_schedule = True
 
     def create_worker(self, server_args: Any) -> type:
         # The base class warns that a worker without overlap is deprecated; ours gains overlap with the GPU path.

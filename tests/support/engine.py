@@ -51,6 +51,7 @@ class SchedulerEngine:
             "random_seed": 7,
             "log_level": "error",
             "skip_server_warmup": True,
+            "disable_overlap_schedule": True,  # iterate() is SGLang's loop without overlap
         }
         self.args = ServerArgs(model_path=model_path, **{**defaults, **server_args})
         publish(self.args, role="scheduler")
@@ -69,6 +70,20 @@ class SchedulerEngine:
     @property
     def step(self) -> Any:
         return self.worker.step
+
+    def reconfigure(self, **options: Any) -> None:
+        """Continue with other ASPIRE options, model and prefix cache kept; only while idle, ``draft_max`` unchanged."""
+        from aspire_sglang.attention_backends.base import PageSetStore
+
+        config = dataclasses.replace(self.worker.config, **options)
+        assert config.draft_max == self.worker.config.draft_max, "draft_max sizes SGLang's reserves"
+        backend = self.worker.model_runner.attn_backend
+        backend.spec = backend.spec.from_config(
+            config, num_layers=backend.spec.num_layers, max_tokens=backend.spec.max_tokens
+        )
+        backend.sets = PageSetStore(backend.spec, num_slots=backend.sets.pages.shape[0], device=backend.sets.pages.device)
+        self.worker.config = config
+        self.worker.init_attention_backends()
 
     def _collect(self, output: Any, recv_obj: Any = None) -> None:
         self.sent.append(output)
@@ -107,18 +122,42 @@ class SchedulerEngine:
 
     def iterate(self) -> Any:
         """One scheduler iteration, as SGLang's own loop runs it; returns the batch that ran, or None when idle."""
+        batch, result = self.launch()
+        self.deliver(batch, result)
+        return batch
+
+    @torch.no_grad()
+    def launch(self) -> tuple[Any, Any]:
+        """The first half of an iteration: choose a batch and run its forward; (batch or None, its result)."""
         scheduler = self.scheduler
         plan = scheduler.get_next_batch_to_run(running_batch=scheduler.running_batch, last_batch=scheduler.last_batch)
         scheduler.running_batch = plan.running_batch
         batch = plan.batch_to_run
+        return (batch, scheduler.run_batch(batch)) if batch else (None, None)
+
+    def deliver(self, batch: Any, result: Any) -> None:
+        """The second half: commit the result (or do idle work without one), then SGLang's checks of a busy engine."""
         if batch:
-            result = scheduler.run_batch(batch)
-            scheduler.process_batch_result(batch, result)
+            self.scheduler.process_batch_result(batch, result)
         else:
-            scheduler.on_idle()
-        scheduler.last_batch = batch
-        scheduler.invariant_checker.self_check_during_busy()
-        return batch
+            self.scheduler.on_idle()
+        self.scheduler.last_batch = batch
+        self.scheduler.invariant_checker.self_check_during_busy()
+
+    def deliver_late(self, batch: Any, result: Any) -> None:
+        """Hand over a result whose requests may have ended meanwhile, as SGLang's overlapped loop does."""
+        scheduler, processor = self.scheduler, self.scheduler.batch_result_processor
+        scheduler.batch_result_processor = dataclasses.replace(processor, enable_overlap=True)
+        scheduler.process_batch_result(batch, result)
+        scheduler.batch_result_processor = processor
+
+    def run_until(self, is_reached: Callable[[], bool]) -> None:
+        """Iterate until the condition holds."""
+        for _ in range(MAX_STEPS):
+            if is_reached():
+                return
+            self.iterate()
+        raise AssertionError(f"not reached after {MAX_STEPS} iterations")
 
     def run(self, on_step: Callable[[Any], None] | None = None) -> int:
         """Iterate until nothing is left to do; returns the number of iterations."""
@@ -140,9 +179,13 @@ class SchedulerEngine:
         """Submit all prompts at once and run to the end."""
         each = list(sampling) if isinstance(sampling, (list, tuple)) else [sampling] * len(prompts)
         reqs = [self.submit(ids, params, **fields) for ids, params in zip(prompts, each, strict=True)]
-        with torch.no_grad():
-            self.run(on_step)
+        self.run(on_step)
         return [self.output_of(req) for req in reqs]
+
+    def state_of(self, req: Any) -> Any:
+        """The plugin's record of a running request."""
+        pool = self.scheduler.req_to_token_pool
+        return self.step.states.find(req.req_pool_idx, int(pool.req_generation[req.req_pool_idx]))
 
     def output_of(self, req: Any) -> Output:
         assert req.finished(), req
@@ -154,17 +197,59 @@ class SchedulerEngine:
 
         self.scheduler.abort_request(AbortReq(rid=req.rid))
 
+    def retract_all(self) -> int:
+        """Retract all running requests to the queue, as a pause for new weights does; returns their number."""
+        from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+        num_queued = len(self.scheduler.waiting_queue)
+        self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
+        self.scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
+        return len(self.scheduler.waiting_queue) - num_queued
+
+    def cached_prefixes(self) -> list[tuple[list[int], torch.Tensor]]:
+        """Each leaf of the prefix cache: the token ids from the root and their KV slots (int64)."""
+        found = []
+
+        def visit(node: Any, tokens: list[int], slots: list[torch.Tensor]) -> None:
+            for child in node.children.values():
+                path, path_slots = tokens + list(child.key.token_ids), [*slots, child.value]
+                visit(child, path, path_slots)
+                if not child.children:
+                    found.append((path, torch.cat(path_slots)))
+
+        visit(self.scheduler.tree_cache.root_node, [], [])
+        return found
+
+    def kv_at(self, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of K and V of all layers at KV slots: ``[2 * layers, slots, kv_heads, head_dim]``."""
+        pool = self.scheduler.token_to_kv_pool_allocator.get_kvcache()
+        layers = range(pool.start_layer, pool.start_layer + pool.layer_num)
+        return torch.stack([buffer[slots] for layer in layers for buffer in pool.get_kv_buffer(layer)])
+
     def free_tokens(self) -> int:
         return int(self.scheduler.token_to_kv_pool_allocator.available_size())
 
-    def flush(self) -> None:
-        """Empty the prefix cache; every KV slot and every request slot must be free again."""
-        from sglang.srt.managers.io_struct import FlushCacheReqInput
+    def check_empty(self) -> None:
+        """SGLang's idle check; then, with the prefix cache evicted, every KV slot is free, and free once."""
+        from sglang.srt.mem_cache.common import evict_from_tree_cache
 
-        assert self.scheduler.flush_cache() if not hasattr(self.scheduler, "flush_cache_wrapped") else FlushCacheReqInput
+        scheduler, allocator = self.scheduler, self.scheduler.token_to_kv_pool_allocator
+        assert scheduler.is_fully_idle()
+        checker = scheduler.invariant_checker
+        has_leak, messages = checker._check_all_pools(scheduler.pool_stats_observer.get_pool_stats())
+        assert not has_leak, messages
+        assert scheduler.tree_cache.protected_size() == 0
+        evict_from_tree_cache(scheduler.tree_cache, allocator.size)
         assert self.free_tokens() == self._empty_free, (self.free_tokens(), self._empty_free)
-        pool = self.scheduler.req_to_token_pool
-        assert pool.available_size() == pool.size
+        free_pages = torch.cat([allocator.free_pages, allocator.release_pages])
+        assert free_pages.unique().numel() == free_pages.numel()
+        pool = scheduler.req_to_token_pool
+        assert sorted(pool.free_slots) == list(range(1, pool.size + 1))
+
+    def flush(self) -> None:
+        """Check that nothing is held, then flush the prefix cache as ``/flush_cache`` does."""
+        self.check_empty()
+        assert self.scheduler.flush_cache(), "SGLang refused to flush: requests are left"
 
     def close(self) -> None:
         from sglang.srt.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
