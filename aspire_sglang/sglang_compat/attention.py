@@ -75,18 +75,14 @@ class AspireAttentionBackend(AttentionBackend):  # type: ignore[misc]
             max_tokens=model.context_len + config.draft_max + 1,
         )
         self.kv = PoolView(model_runner.req_to_token_pool, model_runner.token_to_kv_pool)
-        self.sets = PageSetStore(
-            self.spec, num_slots=self.kv.req_to_token.shape[0], device=self.kv.req_to_token.device
-        )
+        self.sets = PageSetStore(self.spec, num_slots=self.kv.req_to_token.shape[0], device=self.kv.req_to_token.device)
         self.backend = TorchAttentionBackend()
         self._next_plan: TorchAttentionPlan | None = None
         self._plan: TorchAttentionPlan | None = None
 
     def prepare(self, layout: RaggedLayout, *, scored_rows: frozenset[int] | None = None) -> AttentionPlan:
         """Plan the next forward. The plan's scores are filled once that forward has run."""
-        self._next_plan = self.backend.plan(
-            layout, kv=self.kv, sets=self.sets, spec=self.spec, scored_rows=scored_rows
-        )
+        self._next_plan = self.backend.plan(layout, kv=self.kv, sets=self.sets, spec=self.spec, scored_rows=scored_rows)
         return self._next_plan
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -94,9 +90,7 @@ class AspireAttentionBackend(AttentionBackend):  # type: ignore[misc]
         plan, self._next_plan = self._next_plan, None
         if plan is None:
             layout = _dense_layout(forward_batch)
-            plan = self.backend.plan(
-                layout, kv=self.kv, sets=self.sets, spec=self.spec, scored_rows=frozenset()
-            )
+            plan = self.backend.plan(layout, kv=self.kv, sets=self.sets, spec=self.spec, scored_rows=frozenset())
         if plan.layout.num_tokens != forward_batch.input_ids.shape[0]:
             raise RuntimeError(
                 f"planned {plan.layout.num_tokens} tokens, but SGLang runs {forward_batch.input_ids.shape[0]}"

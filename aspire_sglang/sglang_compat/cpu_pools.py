@@ -13,6 +13,8 @@ from sglang.srt.utils import get_num_new_pages
 class CpuPagedAllocator(PagedTokenToKVPoolAllocator):  # type: ignore[misc]
     """SGLang's paged allocator with its two Triton kernels written in PyTorch."""
 
+    free_pages: torch.Tensor
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

@@ -48,9 +48,7 @@ def assign_req_to_token_pool(
         original(req_pool_indices, req_to_token, start_offset, end_offset, out_cache_loc, batch_size)
         return
     taken = 0
-    for slot, start, end in zip(
-        req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True
-    ):
+    for slot, start, end in zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True):
         req_to_token[slot, start:end] = out_cache_loc[taken : taken + end - start].to(req_to_token.dtype)
         taken += end - start
 

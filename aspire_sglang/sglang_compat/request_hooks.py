@@ -31,7 +31,8 @@ def extra_context_len(original: Callable[..., int], server_args: Any) -> int:
     stock = original(server_args)
     if not aspire_selected(server_args):
         return stock
-    return max(stock, get_alloc_reserve_per_decode(server_args) + server_args.page_size)
+    needed: int = get_alloc_reserve_per_decode(server_args) + server_args.page_size
+    return max(stock, needed)
 
 
 def validate_request(original: Callable[..., None], manager: Any, obj: Any, input_ids: Any) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
-from aspire_sglang.config import AspireConfig
 from aspire_sglang.records import PrefillRequest, StepRequest
 from aspire_sglang.sampling_records import RequestSampling, TokenCounts
 from aspire_sglang.scheduler.acceptance import RequestHistory
@@ -119,7 +119,7 @@ def _processor_of(req: Any) -> Callable[[torch.Tensor, Sequence[int]], torch.Ten
 
     def apply(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tensor:
         seen = copy.copy(req)
-        seen.output_ids = type(req.output_ids)("q", output_ids) if hasattr(req.output_ids, "typecode") else list(output_ids)
+        seen.output_ids = array("q", output_ids)  # as SGLang keeps it
         processed: torch.Tensor = processor(logits, [{**params, "__req__": seen}])
         return processed
 

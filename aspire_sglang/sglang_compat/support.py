@@ -193,7 +193,8 @@ def request_draft_max(custom_params: Any, config: AspireConfig) -> int:
     values = (custom_params or {}).get("aspire") or {}
     if not values.get("enabled", True):
         return 0
-    return min(config.draft_max, values.get("draft_max", config.draft_max))
+    draft_max: int = values.get("draft_max", config.draft_max)
+    return min(config.draft_max, draft_max)
 
 
 def _known() -> str:

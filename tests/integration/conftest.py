@@ -27,7 +27,7 @@ def llama(tiny_model: Callable[[str], Path]) -> str:
 
 @pytest.fixture(scope="session")
 def stock_outputs(llama: str) -> Callable[..., list[Any]]:
-    """REF of shared/known-faults.md: outputs of stock SGLang without speculation, in an engine with a large pool."""
+    """REF of docs/known-faults.md: outputs of stock SGLang without speculation, in an engine with a large pool."""
     from tests.support.engine import running_engine
 
     def run(prompts: Sequence[Sequence[int]], sampling: Any, *, server: dict[str, Any] | None = None, **fields: Any):

@@ -1,4 +1,4 @@
-"""The same engine on a GPU: eager mixed steps with the PyTorch backend, bfloat16, against stock SGLang's Triton backend.
+"""The same engine on a GPU: eager mixed steps, PyTorch attention, bfloat16, against stock SGLang's Triton backend.
 
 Batch shapes change bfloat16 rounding, so a path may part from stock's where two tokens are nearly tied; the float32
 logits of the model decide whether that is what happened.

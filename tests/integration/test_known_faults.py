@@ -1,4 +1,4 @@
-"""Kinds of fault that systems like this one have had: rows 1, 2, 7, 8 and 10 of shared/known-faults.md.
+"""Kinds of fault that systems like this one have had: rows 1, 2, 7, 8 and 10 of docs/known-faults.md.
 
 Rows 3, 4 and 5, about what a run of accepted tokens must look like, are in test_known_faults_of_runs.py. REF is stock
 SGLang without speculation. Every engine checks at its end that all slots are free, and during its steps that none is
@@ -125,6 +125,7 @@ class TestRow7LateResults:
         before = self.counters(req)
         engine.deliver_late(late, result)
         assert self.counters(req) == before
+        engine.run()
 
     def test_after_retraction(self, engine: SchedulerEngine, stock_outputs: RunStock) -> None:
         req, batch, result = self.launch_verify(engine)

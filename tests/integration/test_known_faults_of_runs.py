@@ -1,4 +1,4 @@
-"""Rows 3, 4 and 5 of shared/known-faults.md: tokens accepted at once must act as if they had come one by one.
+"""Rows 3, 4 and 5 of docs/known-faults.md: tokens accepted at once must act as if they had come one by one.
 
 REF is stock SGLang without speculation. Runs of nine tokens are forced by drafts that read everything.
 """

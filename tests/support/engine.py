@@ -81,7 +81,8 @@ class SchedulerEngine:
         backend.spec = backend.spec.from_config(
             config, num_layers=backend.spec.num_layers, max_tokens=backend.spec.max_tokens
         )
-        backend.sets = PageSetStore(backend.spec, num_slots=backend.sets.pages.shape[0], device=backend.sets.pages.device)
+        pages = backend.sets.pages
+        backend.sets = PageSetStore(backend.spec, num_slots=pages.shape[0], device=pages.device)
         self.worker.config = config
         self.worker.init_attention_backends()
 
@@ -256,6 +257,8 @@ class SchedulerEngine:
 
         destroy_model_parallel()
         destroy_distributed_environment()
+        # Else the collector does it whenever it likes, and waits for ever for messages that nobody reads.
+        self.scheduler.ipc_channels.recv_from_tokenizer.context.destroy(linger=0)
 
 
 @contextlib.contextmanager

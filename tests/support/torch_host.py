@@ -151,7 +151,7 @@ class TorchHost:
         return outputs
 
     def next_logits(self, tokens: Sequence[int]) -> torch.Tensor:
-        """The target's own logits ``[vocab]`` after ``tokens``, by a dense forward without any of this project's code."""
+        """The target's own logits ``[vocab]`` after ``tokens``: a dense forward without any of this project's code."""
         ids = torch.tensor(tokens)
         hidden = self.embed[ids] + self.place[: len(tokens)]
         mask = torch.ones(len(tokens), len(tokens), dtype=torch.bool).tril()
