@@ -21,8 +21,8 @@ from aspire_sglang.models.default_model import NAME, default_model_path
 from aspire_sglang.models.store import ModelError, cache_root
 
 _DEFAULT_DOCUMENT = Path(__file__).resolve().parent.parent / "examples" / "document.txt"
-DOCUMENT_QUESTION = "Who was Ingrid Solberg, and what did she do? Answer in three sentences."
-SHORT_QUESTION = "What does a lighthouse keeper do? Answer in a few sentences."
+DOCUMENT_QUESTION = "What advice is given to new keepers?"
+SHORT_QUESTION = "Write a short note on how tides work."
 # Small pools, because two servers share the machine; the idle one must leave the processor to the other.
 _SERVER_ARGS = ("--context-length", "8192", "--max-total-tokens", "16384", "--sleep-on-idle", "--skip-server-warmup")
 
@@ -37,7 +37,7 @@ class DemoOptions:
 
     document: Path = _DEFAULT_DOCUMENT
     model_path: Path | None = None
-    max_tokens: int = 96
+    max_tokens: int = 128
     startup_timeout_seconds: float = 300.0
     aspire_args: tuple[str, ...] = ()
 
@@ -138,7 +138,7 @@ def _questions(document: Path) -> dict[str, str]:
     except OSError as error:
         raise DemoError(f"cannot read {document}: {error.strerror}; name a text file with --document") from error
     about = f"{DOCUMENT_QUESTION} (about {document.name}, {len(text.split())} words)"
-    return {about: f"{text}\n{DOCUMENT_QUESTION}", SHORT_QUESTION: SHORT_QUESTION}
+    return {about: f"{text}\n Question: {DOCUMENT_QUESTION}", SHORT_QUESTION: SHORT_QUESTION}
 
 
 def _ask_all(

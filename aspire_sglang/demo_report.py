@@ -40,8 +40,11 @@ def render_report(report: Report) -> str:
     rows = [
         ("tokens", f"{tokens} (plain: {plain_tokens})"),
         ("tokens per verify", _ratio(count["tokens_committed"], count["verify_rows"], "{:.2f}")),
-        ("acceptance", _ratio(count["drafts_accepted"], count["drafts_verified"], "{:.1%}") + " of verified drafts"),
-        ("KV read while drafting", _ratio(count["draft_kv_tokens_read"], count["draft_kv_tokens_full"], "{:.1%}")),
+        ("acceptance", _ratio(count["drafts_accepted"], count["drafts_verified"], "{:.1%} of verified drafts")),
+        (
+            "KV read while drafting",
+            _ratio(count["draft_kv_tokens_read"], count["draft_kv_tokens_full"], "{:.1%} of full attention"),
+        ),
         ("mixed steps", f"{count['mixed_steps']:.0f} of {count['steps']:.0f}"),
         ("seconds to answer both", f"{report.aspire_seconds:.1f} (plain: {report.plain_seconds:.1f})"),
         ("output identical to plain decoding", "yes" if report.is_identical else "no"),
@@ -75,6 +78,6 @@ def _first_difference(report: Report) -> str:
     if report.is_exact:
         return f"{where}\nIn float32 the answers must be equal: please report this as a bug."
     return (
-        f"{where}\nOn a GPU the shape of a batch changes the rounding of bfloat16, so two tokens whose logits nearly tie "
-        "may swap; one swapped token changes the rest of the text."
+        f"{where}\nOn a GPU the shape of a batch changes the rounding of bfloat16, so two tokens whose logits nearly "
+        "tie may swap; one swapped token changes the rest of the text."
     )

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+LAUNCH = (sys.executable, "-m", "sglang.launch_server")
 _POLL_SECONDS = 0.5
 _STOP_SECONDS = 15.0
 _LOG_TAIL_LINES = 25
@@ -111,7 +112,7 @@ def free_port() -> int:
 
 
 def _start(name: str, args: Sequence[str], *, port: int, log: Path) -> Server:
-    command = [sys.executable, "-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port), *args]
+    command = [*LAUNCH, "--host", "127.0.0.1", "--port", str(port), *args]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command,

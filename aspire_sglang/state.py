@@ -18,6 +18,7 @@ from aspire_sglang.scheduler.acceptance import RequestHistory
 class RequestState:
     """One request's record.
 
+    ``request_id``  the host's name of the request
     ``draft_max``   most drafts this request allows itself
     ``sampling``    its sampling parameters and seed
     ``counts``      its committed output, counted for penalties when they need it
@@ -25,6 +26,7 @@ class RequestState:
     ``held_drafts`` drafts made since the last verify: columns 1..held_drafts of its row of the draft buffer
     """
 
+    request_id: str
     slot: int
     generation: int
     draft_max: int
@@ -52,6 +54,17 @@ class StateTable:
         self._on_open(state.slot)
         self._by_slot[state.slot] = state
         return state
+
+    def drop(self, request_id: str) -> None:
+        """Forget a finished request, so that what it holds (token counts of a vocabulary's size) does not stay.
+
+        Only memory depends on this call: hosts may end requests without it, and ``open`` replaces what is left.
+        """
+        for slot, state in self._by_slot.items():
+            if state.request_id == request_id:
+                self._on_open(slot)
+                del self._by_slot[slot]
+                return
 
     def clear(self) -> None:
         """Forget all records."""

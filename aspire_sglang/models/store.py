@@ -63,7 +63,7 @@ def problem_with(target: Path, *, recipe: dict[str, str]) -> str | None:
         for name, digest in files.items():
             if sha256_of(target / name) != digest:
                 return f"{name} differs from its checksum"
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         return f"{error.filename} is missing"
     except (ValueError, KeyError, TypeError, AttributeError):
         return f"{MANIFEST_NAME} cannot be read"

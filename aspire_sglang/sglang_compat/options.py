@@ -133,7 +133,8 @@ def read_options_file(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
         data = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError) as error:
-        raise ConfigError(f"cannot read option file {path}: {error}") from error
+        reason = " ".join(str(error).split())  # YAML's own messages have several lines
+        raise ConfigError(f"cannot read option file {path}: {reason}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"option file {path} holds {type(data).__name__}; it must map option names to values")
     return {str(name).replace("-", "_").removeprefix(PREFIX): value for name, value in data.items()}

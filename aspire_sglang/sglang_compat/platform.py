@@ -48,6 +48,7 @@ def apply_cpu_defaults(server_args: Any) -> None:
     server_args.attention_backend = CPU_ATTENTION_BACKEND
     server_args.sampling_backend = "pytorch"
     server_args.disable_overlap_schedule = True
+    server_args.sleep_on_idle = True  # an idle scheduler would keep a core busy that tokenizers and models need
 
 
 def apply_gpu_defaults(server_args: Any) -> None:

@@ -57,6 +57,7 @@ def _state_of(req: Any, step: MixedStep, pool: Any, random_seed: int) -> Request
         return state
     return step.states.open(
         RequestState(
+            request_id=req.rid,
             slot=slot,
             generation=generation,
             draft_max=support.request_draft_max(req.sampling_params.custom_params, step.config),

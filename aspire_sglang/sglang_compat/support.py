@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang.config import AspireConfig, ConfigError
 from aspire_sglang.sglang_compat import options
+from aspire_sglang.sglang_compat.platform import is_cpu_platform
 
 REQUEST_OPTIONS = ("draft_max", "enabled")
 # Speculative settings that SGLang's own resolution may fill in for any algorithm.
@@ -55,7 +56,9 @@ def check_model(server_args: Any) -> None:
 
 def _unsupported_settings(server_args: Any) -> dict[str, str]:
     """Flag -> why it cannot be combined with ASPIRE, for every one that is set."""
+    on_device = server_args.device in (None, "cuda") or is_cpu_platform()  # None: not resolved yet
     conditions = {
+        f"--device {server_args.device}": not on_device,
         f"--pp-size {server_args.pp_size}": server_args.pp_size != 1,
         f"--dcp-size {server_args.dcp_size}": server_args.dcp_size != 1,
         f"--attn-cp-size {server_args.attn_cp_size}": server_args.attn_cp_size != 1,

@@ -85,6 +85,10 @@ class AspireWorker(BaseSpecWorker):  # type: ignore[misc]
         """After ``flush_cache`` no request is left: forget all records."""
         self.step.states.clear()
 
+    def note_request_finished(self, *, rid: str, natural_stop: bool) -> None:
+        """Called when a decoding request has finished."""
+        self.step.states.drop(rid)
+
     def update_weights_from_tensor(self, recv_req: Any) -> Any:
         return self.target_worker.update_weights_from_tensor(recv_req)
 

@@ -43,7 +43,6 @@ class TestRow1SlotsAreNotLost:
                 free_tokens.append(engine.free_tokens())
                 ends = {req.finished_reason.to_json()["type"] for req in reqs if req.finished()}
                 assert ends == {"length", "stop", "abort"}
-                print(sum(req.retraction_count for req in reqs), num_forced)
                 assert sum(req.retraction_count for req in reqs) > num_forced > 0
         assert free_tokens == [640, 640]
 
@@ -51,7 +50,7 @@ class TestRow1SlotsAreNotLost:
         """The requests, and how many retractions were not for want of memory."""
         draw = random.Random(seed)
         prompts = random_prompts((draw.randrange(20, 150) for _ in range(50)), seed=seed)
-        params = [greedy(60), {"stop_token_ids": list(range(40)), "max_new_tokens": 60}, greedy(60), greedy(80)]
+        params = [greedy(40), {"stop_token_ids": list(range(40)), "max_new_tokens": 40}, greedy(40), greedy(60)]
         reqs = [engine.submit(prompt, params[index % 4]) for index, prompt in enumerate(prompts)]
         doomed = {reqs[index].rid: draw.randrange(1, 20) for index in range(2, 50, 4)}
         num_steps = num_forced = 0
@@ -66,7 +65,7 @@ class TestRow1SlotsAreNotLost:
             for req in batch.reqs:
                 if len(req.output_ids) >= doomed.get(req.rid, 10**6):
                     engine.abort(req)
-            if num_steps == 100:
+            if num_steps == 60:
                 num_forced = engine.retract_all()
 
         engine.run(on_step)
@@ -98,7 +97,11 @@ class TestRow7LateResults:
     """A result that arrives after its request has ended changes nothing of the request."""
 
     @pytest.fixture
-    def engine(self, llama: str) -> Iterator[SchedulerEngine]:
+    def expected(self, stock_outputs: RunStock) -> list[Any]:
+        return results(stock_outputs([random_prompt(60, seed=3)], greedy(40)))
+
+    @pytest.fixture
+    def engine(self, llama: str, expected: list[Any]) -> Iterator[SchedulerEngine]:
         with running_engine(llama, **ASPIRE, aspire_policy="fixed:4", aspire_ratio=1.0) as engine:
             yield engine
 
@@ -127,7 +130,7 @@ class TestRow7LateResults:
         assert self.counters(req) == before
         engine.run()
 
-    def test_after_retraction(self, engine: SchedulerEngine, stock_outputs: RunStock) -> None:
+    def test_after_retraction(self, engine: SchedulerEngine, expected: list[Any]) -> None:
         req, batch, result = self.launch_verify(engine)
         late = batch.copy()
         engine.retract_all()
@@ -135,8 +138,7 @@ class TestRow7LateResults:
         engine.deliver_late(late, result)
         assert self.counters(req) == before
         engine.run()
-        expected = stock_outputs([random_prompt(60, seed=3)], greedy(40))
-        assert results([engine.output_of(req)]) == results(expected)
+        assert results([engine.output_of(req)]) == expected
 
     def test_after_abort(self, engine: SchedulerEngine) -> None:
         req, batch, result = self.launch_verify(engine)

@@ -44,7 +44,7 @@ class TestRow3StopInsideARun:
             assert list(req.output_ids) == [10, 11, 12, 20, 21, 22]  # all have exact KV
             engine.abort(req)  # it never ran
 
-    def test_every_place_of_a_run(self, llama: str, stock_outputs: RunStock) -> None:
+    def test_every_place_of_a_run(self, llama: str) -> None:
         """Stop at token k of the first run, k = 1..9, as token, EOS, string and string over two tokens."""
         prompt, text_of, free = self.find_prompt(llama)
         stops: list[tuple[dict[str, Any], int | None]] = []

@@ -10,12 +10,15 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
+
+import openai
 
 from tests.support.server import Server, running_server
 
@@ -23,7 +26,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.usefixtures("one_thread")]
 
 NUM_DRAFTS = 4  # of every full cycle
 CONTEXT_LEN = 1024
-# Three of up to 64 pages, so that drafts get rejected; a log interval shorter than a cycle, so that some hold no verify.
+# Three of up to 64 pages: drafts get rejected. A log interval shorter than a cycle: some intervals hold no verify.
 OPTIONS = f"""--spec-algorithm aspire --aspire-policy fixed:{NUM_DRAFTS} --aspire-draft-max 8 --aspire-min-pages 3
 --aspire-recent-pages 1 --aspire-ratio 0.01 --dtype float32 --context-length {CONTEXT_LEN} --max-total-tokens 8192
 --max-running-requests 8 --random-seed 7 --enable-metrics --enable-cache-report --decode-log-interval 2"""
@@ -76,7 +79,8 @@ def test_every_api_gives_the_answer_of_plain_decoding(
     request["extra_body"] = {"ignore_eos": True}
     assert client.completions.create(**request).choices[0].text == by_text["text"]
     assert [choice.text for choice in client.completions.create(**request, n=2).choices] == [by_text["text"]] * 2
-    assert "".join(part.choices[0].text for part in client.completions.create(**request, stream=True)) == by_text["text"]
+    stream = client.completions.create(**request, stream=True)
+    assert "".join(part.choices[0].text for part in stream) == by_text["text"]
 
 
 def test_sampled_choices_are_their_own(server: Server) -> None:
@@ -94,7 +98,7 @@ def test_a_stream_sends_something_new_with_every_event(server: Server, plain_ans
     counts = [part["meta_info"]["completion_tokens"] for part in parts]
     assert counts == sorted(set(counts))
     assert counts[-1] == len(plain_answer)
-    assert any(later - earlier > 1 for earlier, later in zip(counts, counts[1:], strict=False))
+    assert any(later - earlier > 1 for earlier, later in pairwise(counts))
     assert parts[-1]["text"] == server.generate(TEXT, GREEDY)["text"]
 
 
@@ -209,7 +213,7 @@ def test_a_client_that_goes_away_leaves_an_idle_server(server: Server, plain_ans
             pass
         answer.close()
     flush_when_idle(server)
-    assert server.internal_state()["aspire"]["tokens_committed"] - before < 2 * wanted
+    assert server.internal_state()["aspire"]["tokens_committed"] - before < wanted
     assert server.generate(TEXT, GREEDY)["output_ids"] == plain_answer
 
 

@@ -53,9 +53,11 @@ class SchedulerEngine:
             "skip_server_warmup": True,
             "disable_overlap_schedule": True,  # iterate() is SGLang's loop without overlap
         }
+        assert not torch.distributed.is_initialized(), "another engine is alive in this process"
         self.args = ServerArgs(model_path=model_path, **{**defaults, **server_args})
         publish(self.args, role="scheduler")
         self.scheduler = Scheduler(self.args, PortArgs.init_new(self.args), 0, 0, 0, 0, 0, 0, None)
+        self.scheduler.idle_sleeper = None  # would wait a second for requests by socket
         self.sent: list[Any] = []
         channels = self.scheduler.ipc_channels
         channels.send_to_detokenizer.send_output = self._collect

@@ -1,4 +1,4 @@
-"""A real SGLang server in its own process group: started, waited for, and stopped without touching any other process."""
+"""A real SGLang server in its own process group: started, waited for, stopped without touching other processes."""
 
 from __future__ import annotations
 

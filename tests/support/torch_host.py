@@ -118,6 +118,7 @@ class TorchHost:
         states = [
             self.step.states.open(
                 RequestState(
+                    request_id=str(slot),
                     slot=slot,
                     generation=id(sampling) + slot,
                     draft_max=self.config.draft_max,

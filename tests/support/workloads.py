@@ -8,7 +8,13 @@ from typing import Any
 
 ASPIRE = {"speculative_algorithm": "aspire"}
 # So small that most drafts are rejected: 3 of up to 38 pages.
-REJECTING = {**ASPIRE, "aspire_policy": "fixed:6", "aspire_min_pages": 3, "aspire_recent_pages": 1, "aspire_ratio": 0.01}
+REJECTING = {
+    **ASPIRE,
+    "aspire_policy": "fixed:6",
+    "aspire_min_pages": 3,
+    "aspire_recent_pages": 1,
+    "aspire_ratio": 0.01,
+}
 # Drafts read everything, so every cycle commits eight drafts and one more token at once.
 ACCEPTING = {**ASPIRE, "aspire_policy": "fixed:8", "aspire_ratio": 1.0}
 

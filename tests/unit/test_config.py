@@ -88,7 +88,9 @@ def test_a_whole_number_is_a_ratio() -> None:
 
 
 def test_mapping_with_known_names() -> None:
-    assert AspireConfig.from_mapping({"draft_max": 8, "policy": "fixed:8"}) == AspireConfig(draft_max=8, policy="fixed:8")
+    assert AspireConfig.from_mapping({"draft_max": 8, "policy": "fixed:8"}) == AspireConfig(
+        draft_max=8, policy="fixed:8"
+    )
 
 
 def test_unknown_names_suggest_the_nearest() -> None:

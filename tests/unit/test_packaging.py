@@ -129,7 +129,9 @@ def test_only_sglang_compat_imports_sglang() -> None:
                 imported = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom) and node.level == 0:
                 imported = [node.module or ""]
-            offenders += [f"{path.relative_to(ROOT)}:{node.lineno}" for module in imported if module.split(".")[0] == "sglang"]
+            offenders += [
+                f"{path.relative_to(ROOT)}:{node.lineno}" for module in imported if module.split(".")[0] == "sglang"
+            ]
     assert offenders == []
 
 
