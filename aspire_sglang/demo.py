@@ -22,9 +22,14 @@ from aspire_sglang.models.store import ModelError, cache_root
 
 _DEFAULT_DOCUMENT = Path(__file__).resolve().parent.parent / "examples" / "document.txt"
 DOCUMENT_QUESTION = "What advice is given to new keepers?"
-SHORT_QUESTION = "Write a short note on how tides work."
+SHORT_QUESTION = "What does a lighthouse keeper do? Answer in a few sentences."
 # Small pools, because two servers share the machine; the idle one must leave the processor to the other.
 _SERVER_ARGS = ("--context-length", "8192", "--max-total-tokens", "16384", "--sleep-on-idle", "--skip-server-warmup")
+
+
+# For a model of 135M parameters the weights cost more than the KV that speculation saves, and the default policy rightly
+# decodes plainly; a state machine and a small budget show the machinery at work.
+SHOWN_ARGS = ("--aspire-policy", "fsm", "--aspire-min-pages", "16", "--aspire-recent-pages", "4")
 
 
 class DemoError(RuntimeError):
@@ -39,7 +44,7 @@ class DemoOptions:
     model_path: Path | None = None
     max_tokens: int = 128
     startup_timeout_seconds: float = 300.0
-    aspire_args: tuple[str, ...] = ()
+    aspire_args: tuple[str, ...] = SHOWN_ARGS
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> DemoOptions:
@@ -49,7 +54,7 @@ class DemoOptions:
             model_path=args.model_path,
             max_tokens=args.max_tokens,
             startup_timeout_seconds=args.startup_timeout,
-            aspire_args=tuple(args.aspire_args),
+            aspire_args=tuple(args.aspire_args) or SHOWN_ARGS,
         )
 
 
@@ -74,7 +79,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "aspire_args",
         nargs="*",
         metavar="-- ARG",
-        help="further arguments of the ASPIRE server, for example: -- --aspire-policy fixed:8",
+        help=f"arguments of the ASPIRE server (default: {' '.join(SHOWN_ARGS)}; the server's own default policy "
+        "would decode this small model plainly)",
     )
 
 

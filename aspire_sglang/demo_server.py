@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,7 +53,7 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_servers(commands: dict[str, Sequence[str]], *, log_dir: Path) -> Iterator[list[Server]]:
+def running_servers(commands: Mapping[str, Sequence[str]], *, log_dir: Path) -> Iterator[list[Server]]:
     """Start one server for each name -> extra arguments, at once; stop all of them on the way out, whatever happens.
 
     They may not answer yet: call :func:`wait_until_ready`. Logs go to ``log_dir``, which is also their working
@@ -112,14 +112,16 @@ def free_port() -> int:
 
 
 def _start(name: str, args: Sequence[str], *, port: int, log: Path) -> Server:
-    command = [*LAUNCH, "--host", "127.0.0.1", "--port", str(port), *args]
+    # Waiting OpenMP threads sleep: on a machine with few cores, spinning ones keep the working ones from running.
+    env = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command,
+            [*LAUNCH, "--host", "127.0.0.1", "--port", str(port), *args],
+            stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
             cwd=log.parent,
+            env=env,
             start_new_session=True,
         )
     return Server(name=name, port=port, process=process, log=log)

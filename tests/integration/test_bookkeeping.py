@@ -123,6 +123,22 @@ class TestAbort:
         assert doomed.retraction_count == 1
 
 
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_request_as_large_as_the_pool(llama: str, stock_outputs: RunStock, page_size: int) -> None:
+    """Its drafts' reserve may not fit towards the end: then the client hears of it, and the engine serves on."""
+    large, next_one = random_prompt(300, seed=45), random_prompt(60, seed=46)
+    expected = stock_outputs([large, next_one], greedy(210), server={"page_size": page_size})
+    with running_engine(llama, **ACCEPTING, page_size=page_size, max_total_tokens=512) as engine:
+        req = engine.submit(large, greedy(400))
+        engine.run()
+        reported = [each.rid for each in engine.sent if type(each).__name__ == "AbortReq"]
+        assert req.finished() or reported == [req.rid]
+        num_tokens = len(req.output_ids)
+        assert num_tokens >= 181  # 512 less the prompt and the reserve
+        assert list(req.output_ids) == expected[0].output_ids[:num_tokens]
+        assert results(engine.generate([next_one], greedy(210))) == results(expected[1:])
+
+
 class TestSlotReuse:
     """Every request of a slot starts with a record, page sets and a cycle of its own, however the former one ended."""
 
@@ -150,19 +166,25 @@ class TestSlotReuse:
             engine.retract_all()
             engine.run()
             outputs = [engine.output_of(req) for req in reqs[1:]]
+            assert len(engine.step.states) == 0  # and what it keeps of a request goes when the request ends
         assert results(outputs) == results(expected[1:])
         assert opened == [(1, generation) for generation in range(1, 8)]
 
     def test_flush_restarts_generations(self, llama: str, stock_outputs: RunStock) -> None:
         """SGLang counts handovers from zero again after a flush: the records of before must be gone by then."""
         first, second = random_prompt(300, seed=52), random_prompt(40, seed=53)
-        expected = stock_outputs([first, second], greedy(25))
+        expected = stock_outputs([second], greedy(25))
         with running_engine(llama, **REJECTING) as engine:
-            outputs = engine.generate([first], greedy(25))
+            req = engine.submit(first, greedy(25))
+            engine.run_until(lambda: req.spec_verify_ct == 1)
+            engine.retract_all()
+            engine.abort(req)  # while queued, when SGLang does not tell of its end
+            assert len(engine.step.states) == 1
+            engine.run()
             engine.flush()
             assert len(engine.step.states) == 0
             assert engine.step.attention.sets.pages.unique().tolist() == [-1]
-            outputs += engine.generate([second], greedy(25))
+            outputs = engine.generate([second], greedy(25))
         assert results(outputs) == results(expected)
 
 

@@ -61,7 +61,7 @@ def document_prompts(model_path: Path) -> list[list[int]]:
 
     study = json.loads((Path(__file__).parents[1] / "data" / "acceptance_prompts.json").read_text())
     whole = [prompt["prompt_ids"] for prompt in study["prompts"]]
-    lengths = (20, 33, 47, 64, 100, 150, 256, 311, 400, 500, 640, 800, 1000, 1500, 2000, 4000)
+    lengths = (20, 24, 33, 40, 47, 56, 64, 80, 100, 128, 160, 200, 256, 400, 1000, 4000)
     return [whole[index % len(whole)][-length:] for index, length in enumerate(lengths)]
 
 

@@ -44,8 +44,12 @@ class TestRow3StopInsideARun:
             assert list(req.output_ids) == [10, 11, 12, 20, 21, 22]  # all have exact KV
             engine.abort(req)  # it never ran
 
-    def test_every_place_of_a_run(self, llama: str) -> None:
-        """Stop at token k of the first run, k = 1..9, as token, EOS, string and string over two tokens."""
+    @pytest.mark.parametrize("max_new_tokens", [RUN + 1, 30])
+    def test_every_place_of_a_run(self, llama: str, max_new_tokens: int) -> None:
+        """Stop at token k of the first run, k = 1..9, as token, EOS, string and string over two tokens.
+
+        The run may end at the length cap; there the cap, which plain decoding checks first, is the reason.
+        """
         prompt, text_of, free = self.find_prompt(llama)
         stops: list[tuple[dict[str, Any], int | None]] = []
         for k in range(1, RUN + 1):
@@ -56,7 +60,7 @@ class TestRow3StopInsideARun:
                 ({"stop": [text_of[token]]}, None),
                 ({"stop": [text_of[free[k - 1]] + text_of[token]]}, None),
             ]
-        params = [greedy(30, **PRINTABLE, **stop) for stop, _ in stops]
+        params = [greedy(max_new_tokens, **PRINTABLE, **stop) for stop, _ in stops]
         seen = []
         for server in ({}, ACCEPTING):
             with running_engine(llama, **server) as engine:
@@ -68,7 +72,8 @@ class TestRow3StopInsideARun:
         expected, got = seen
         assert got == expected
         assert [len(ids) for ids, _ in expected] == [k + 1 for k in range(1, RUN + 1) for _ in range(4)]
-        assert all(reason["type"] == "stop" for _, reason in expected)
+        last = ["stop" if max_new_tokens > RUN + 1 else "length"] * 4
+        assert [reason["type"] for _, reason in expected] == ["stop"] * 4 * (RUN - 1) + last
         for req in reqs:
             assert req.spec_correct_drafts_histogram[RUN - 1] == req.spec_verify_ct == 1
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ COUNTERS = {
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+def fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The demo starts the stand-in, and keeps its logs in the returned folder."""
     monkeypatch.setattr(demo_server, "LAUNCH", (sys.executable, str(FAKE)))
     monkeypatch.setenv("ASPIRE_CACHE", str(tmp_path))
