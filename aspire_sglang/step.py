@@ -202,9 +202,7 @@ class MixedStep:
         num_verified = torch.zeros(num_requests, dtype=torch.int32, device=device)
         token_ids[places[drafting:]] = outcome.committed_ids
         num_committed[places[drafting:]] = (outcome.num_accepted + 1).to(torch.int32)
-        num_verified[places[drafting:]] = torch.tensor(
-            plan.num_drafts[drafting:], dtype=torch.int32, device=device
-        )
+        num_verified[places[drafting:]] = torch.tensor(plan.num_drafts[drafting:], dtype=torch.int32, device=device)
         slots = torch.tensor([request.state.slot for request in plan.requests], dtype=torch.int64, device=device)
         return StepResult(
             token_ids=token_ids,

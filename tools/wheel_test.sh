@@ -9,7 +9,8 @@ venv=$root/build/wheel-venv
 rm -rf "$venv"
 "$python" -m venv "$venv"
 echo "installing $(basename "$wheel") into $venv"
-"$venv/bin/python" -m pip install -q --progress-bar off -c "$root/constraints.txt" "${wheel}[demo]"
+"$venv/bin/python" -m pip install -q --progress-bar off -c "$root/constraints.txt" "${wheel}[demo]" 2>"$venv/pip-errors.log" \
+  || { tail -n 20 "$venv/pip-errors.log" >&2; exit 1; }
 cd "$(mktemp -d)"
 "$venv/bin/python" -c 'import aspire_sglang.scheduler, aspire_sglang.attention_backends'
 for name in scheduler attention_backends; do

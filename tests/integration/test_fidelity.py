@@ -25,7 +25,9 @@ SELECTORS = {
     "verify-per-layer": "verify_per_layer",
     "window": "window",
 }
-COUNTED_TOKENS = 56
+# The study's round counts (141 for BIG/refresh = 13 prompts x 80 tokens / 7.39 a round) show how far its rounds went.
+COUNTED_TOKENS = 80
+NUM_TOKENS = 108  # every counted round may draft 10, far from the end
 TOLERANCE = 0.4
 
 
@@ -63,8 +65,8 @@ def test_acceptance_and_output_match_the_study(default_model: Path) -> None:
         for budget in ("BIG", "SEL"):
             for selector, study_name in SELECTORS.items():
                 engine.reconfigure(selector=selector, **STUDY["budgets"][budget])
-                outputs, accepted = accepted_per_round(engine, num_tokens=80)
-                assert outputs == [ids[:80] for ids in truth], (budget, selector)
+                outputs, accepted = accepted_per_round(engine, num_tokens=NUM_TOKENS)
+                assert outputs == truth, (budget, selector)
                 mean = sum(accepted) / len(accepted)
                 name = f"{budget}/{study_name}"
                 reference = STUDY["reference"].get(name) or STUDY["reference"]["MID/window"]
@@ -72,8 +74,9 @@ def test_acceptance_and_output_match_the_study(default_model: Path) -> None:
                 counts = engine.step.total_counts
                 read = counts.draft_kv_tokens_read / counts.draft_kv_tokens_full
                 per_verify = counts.tokens_committed / counts.verify_rows
+                study = f"study {expected} in {reference['rounds']}"
                 print(
-                    f"{name:24s} {mean:.2f} of 10 accepted in {len(accepted)} rounds (study {expected}); "
+                    f"{name:24s} {mean:.2f} of 10 accepted in {len(accepted)} rounds ({study}); "
                     f"{per_verify:.2f} tokens a verify, drafts read {read:.1%} of the KV",
                     flush=True,
                 )

@@ -1,4 +1,4 @@
-"""A record belongs to (slot, generation): whoever takes a slot starts anew, whether or not its predecessor said goodbye."""
+"""A record belongs to (slot, generation): a slot is taken anew, whether or not its predecessor said goodbye."""
 
 from __future__ import annotations
 
