@@ -193,7 +193,7 @@ def _ban_until_min(
         for place, (request, history) in enumerate(zip(requests, histories, strict=True))
         if history.num_tokens < request.min_new_tokens
         for token in request.banned_until_min
-        if token < vocab_size
+        if 0 <= token < vocab_size
     ]
     if flat:
         scores.view(-1).index_fill_(0, host_to_device(flat, dtype=torch.int64, device=scores.device), -math.inf)

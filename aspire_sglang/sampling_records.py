@@ -112,11 +112,6 @@ class RequestSampling:
         """Its logits are changed before they are ranked or drawn from."""
         return self.needs_history or bool(self.logit_bias)
 
-    @property
-    def is_plain(self) -> bool:
-        """Its token is the argmax of the raw logits."""
-        return self.is_greedy and not self.is_adjusted
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OutputHistory:

@@ -71,6 +71,3 @@ class StateTable:
         for slot in self._by_slot:
             self._on_open(slot)
         self._by_slot.clear()
-
-    def __len__(self) -> int:
-        return len(self._by_slot)

@@ -10,7 +10,7 @@ __all__ = ["SelectedPages", "select_pages"]
 
 
 def select_pages(scores: torch.Tensor, num_tokens: torch.Tensor, spec: SelectionSpec) -> SelectedPages:
-    """Best pages of each request within its budget (DESIGN section 3).
+    """Best pages of each request within its budget (docs/architecture.md, Selection).
 
     ``scores``: float32 ``[R, P]`` or, for several sets, ``[num_sets, R, P]``; columns past a request's pages are
     ignored, so P may be any padded width. ``num_tokens``: int64 ``[R]``, the committed KV tokens that the sets will be

@@ -81,8 +81,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="new tokens of each request (default: 64)")
     parser.add_argument("--requests", type=int, default=4, help="requests in the batch (default: 4)")
     args = parser.parse_args()
-    if args.tokens < 1 or args.requests < 1:
-        parser.error(f"--tokens {args.tokens}, --requests {args.requests}: both must be 1 or more")
+    if args.tokens < 2 or args.requests < 1:
+        parser.error(f"--tokens is {args.tokens} (2 or more: the first comes from prefill), --requests {args.requests}")
 
     from transformers import AutoConfig, AutoTokenizer
 

@@ -2,7 +2,7 @@
 
 A verify of d drafts that accepts a of them is a run of Bernoulli trials cut at the first failure: it shows
 min(a + 1, d) trials and a successes; the drafts after the first rejection say nothing. Discounted counts of these
-give the estimate, shrunk towards a prior pooled over all requests (DESIGN section 4). Values depend on the sequence
+give the estimate, shrunk towards a prior pooled over all requests (docs/architecture.md). Values depend on the sequence
 of results alone, so that tensor-parallel ranks agree.
 """
 
@@ -18,12 +18,12 @@ PRIOR_TRIALS = 16.0
 PRIOR_DISCOUNT = 0.999
 """Kept share of the pooled counts a verify: a memory of about 1,000 verifies, seconds of a busy server."""
 REQUEST_PRIOR_TRIALS = 8.0
-"""Trials that the pooled prior counts for in one request. History predicts weakly (acceptance-study.md, AUC 0.52-0.62),
+"""Trials that the pooled prior counts for in one request. History predicts weakly (measured: AUC 0.52-0.62),
 so about one full cycle of its own results is needed to move a request half of the way from the pool."""
 REQUEST_DISCOUNT = 0.95
 """Kept share of a request's counts a verify: a memory of about 20 verifies, to follow drift within a text."""
 EMA_KEEP = 0.8
-"""Kept share of the paper's moving average a verify (arXiv 2609.17943, DESIGN section 4)."""
+"""Kept share of the paper's moving average a verify (arXiv 2609.17943)."""
 
 
 def count_trials(num_drafts: int, num_accepted: int) -> int:

@@ -17,7 +17,7 @@ from aspire_sglang.scheduler.records import INITIAL_ACCEPTANCE, Policy, RequestV
 
 MAX_ITERATIONS = 2
 """Dinkelbach iterations a step. The first from a stale throughput (a batch that grew or shrank) never lands above the
-optimum, and from there convergence is superlinear: from nothing, the fleets of DESIGN section 4 (Qwen3-8B byte costs)
+optimum, and from there convergence is superlinear: from nothing, mixed fleets (Qwen3-8B byte costs)
 are 0.2-9 % below the optimum after one step and at it, within 0.1 %, after two."""
 THROUGHPUT_TOLERANCE = 1e-4
 """Relative change of the throughput below which a step's second iteration is saved; far below what moves a d*."""
@@ -50,7 +50,7 @@ def make_policy(config: AspireConfig, cost: CostModel) -> Policy:
 def expected_tokens(acceptance: FloatArray, draft_max: int) -> FloatArray:
     """G: tokens that a cycle of d drafts commits, 1 + alpha + ... + alpha^d, for alpha of shape (requests,).
 
-    Returns shape (requests, draft_max + 1), column d for d drafts. Source: DESIGN section 4.
+    Returns shape (requests, draft_max + 1), column d for d drafts. Source: docs/architecture.md, The scheduler.
     """
     alpha = np.minimum(np.maximum(acceptance, ACCEPTANCE_RANGE[0]), ACCEPTANCE_RANGE[1])
     powers = np.exp(np.log(alpha)[:, None] * np.arange(1.0, draft_max + 2.0))
@@ -102,7 +102,7 @@ class AspirePolicy:
     """Our default: draft lengths that maximise the batch's tokens per second, exact for a mixed batch.
 
     Throughput is a ratio of sums over requests, a fractional programme; Dinkelbach's method separates it given the
-    throughput lambda, which is carried over from step to step (DESIGN section 4). A request's first cycle drafts at
+    throughput lambda, which is carried over from step to step (docs/architecture.md). A request's first cycle drafts at
     least ``draft_init``, unless drafting loses both by its own estimate and at the initial acceptance.
     """
 
@@ -145,7 +145,7 @@ class PaperPolicy:
     """The paper's rule: gamma* = argmax over g of G(g) / (1 + c g), as if the batch were copies of this request.
 
     c = T_draft / T_verify of a step whose rows all draft, or all verify. T_verify is taken at one token a row: c is a
-    constant of the formula, and memory-bound verifies hardly depend on g. Source: arXiv 2609.17943, DESIGN section 4.
+    constant of the formula, and memory-bound verifies hardly depend on g. Source: arXiv 2609.17943.
     """
 
     def __init__(self, config: AspireConfig, cost: CostModel) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 INITIAL_ACCEPTANCE = 0.9
-"""Acceptance a token assumed before any verify: the low end of what is reported for 7 % budgets (DESIGN section 8)."""
+"""Acceptance a token assumed before any verify: the low end of what is reported for 7 % budgets."""
 
 
 @dataclass(frozen=True, slots=True)

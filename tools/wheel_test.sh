@@ -7,9 +7,9 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 wheel=$(ls -t "$root"/dist/*.whl | head -1)
 venv=$root/build/wheel-venv
 rm -rf "$venv"
-"$python" -m venv "$venv"
+"$python" -m venv --without-pip "$venv" # Debian may lack ensurepip; the pip of the checkout installs instead
 echo "installing $(basename "$wheel") into $venv"
-"$venv/bin/python" -m pip install -q --progress-bar off -c "$root/constraints.txt" "${wheel}[demo]" 2>"$venv/pip-errors.log" \
+"$root/.venv/bin/python" -m pip --python "$venv/bin/python" install -q --progress-bar off -c "$root/constraints.txt" "${wheel}[demo]" 2>"$venv/pip-errors.log" \
   || { tail -n 20 "$venv/pip-errors.log" >&2; exit 1; }
 cd "$(mktemp -d)"
 "$venv/bin/python" -c 'import aspire_sglang.scheduler, aspire_sglang.attention_backends'

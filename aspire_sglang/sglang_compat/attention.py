@@ -13,12 +13,14 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from sglang.srt.server_args import add_attention_backend_choices
 
 from aspire_sglang.attention_backends.base import AttentionPlan, PageSetStore, SelectionSpec
 from aspire_sglang.attention_backends.layout import RaggedLayout, Row, RowKind
 from aspire_sglang.attention_backends.torch_reference import TorchAttentionBackend, TorchAttentionPlan
+from aspire_sglang.config import ConfigError
 from aspire_sglang.sglang_compat import options
 from aspire_sglang.sglang_compat.platform import CPU_ATTENTION_BACKEND, GPU_ATTENTION_BACKEND, is_cpu_platform
 from aspire_sglang.sglang_compat.request_hooks import aspire_selected
@@ -67,6 +69,7 @@ class AspireAttentionBackend(AttentionBackend):  # type: ignore[misc]
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
+        _check_model(model_runner)
         config = options.config_of(model_runner.server_args)
         model = model_runner.model_config
         self.spec = SelectionSpec.from_config(
@@ -101,6 +104,8 @@ class AspireAttentionBackend(AttentionBackend):  # type: ignore[misc]
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **kwargs: Any
     ) -> torch.Tensor:
         """Prefill and mixed steps (SGLang's TARGET_VERIFY): ``[num_tokens, num_q_heads * head_dim]``."""
+        if any(value is not None for value in kwargs.values()):
+            raise NotImplementedError(f"attention options {sorted(kwargs)} are not supported by ASPIRE")
         if save_kv_cache and k is not None:
             self.kv.token_pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         assert self._plan is not None  # SGLang calls init_forward_metadata before the first layer
@@ -114,6 +119,25 @@ class AspireAttentionBackend(AttentionBackend):  # type: ignore[misc]
     def support_triton(self) -> bool:
         """SGLang asks before it launches Triton helpers beside the backend."""
         return not is_cpu_platform()
+
+
+def _check_model(model_runner: Any) -> None:
+    """Raise :class:`ConfigError` for attention that the backends would compute wrongly, once the model is loaded."""
+    if model_runner.kv_cache_dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ConfigError(f"KV cache in {model_runner.kv_cache_dtype}: not supported; use --kv-cache-dtype bfloat16")
+    for layer in model_runner.model.modules():
+        if not isinstance(layer, RadixAttention):
+            continue
+        special = {
+            "a logit cap": layer.logit_cap > 0,
+            "a sliding window": layer.sliding_window_size > 0,
+            "cross attention": layer.is_cross_attention,
+            "other than decoder attention": layer.attn_type != AttentionType.DECODER,
+            "a temperature by length": layer.xai_temperature_len > 0,
+        }
+        for what, is_set in special.items():
+            if is_set:
+                raise ConfigError(f"layer {layer.layer_id} of the model has {what}: not supported by ASPIRE")
 
 
 def _dense_layout(forward_batch: Any) -> RaggedLayout:

@@ -109,6 +109,12 @@ HOOKS: tuple[Hook, ...] = (
         "a value of the wrong type passes stock's checks and ends the scheduler process when it decodes the request",
     ),
     Hook(
+        f"{_SRT}.managers.tokenizer_manager.TokenizerManager._send_one_request",
+        HookType.AROUND,
+        request_hooks.send_request,
+        "the choices of one request share a seed, which fixes the text here (stock ignores it)",
+    ),
+    Hook(
         f"{_SRT}.managers.scheduler.Scheduler._add_request_to_queue",
         HookType.AROUND,
         request_hooks.add_request_to_queue,

@@ -6,11 +6,13 @@ tokens when it verified. SGLang's own code assumes that every row of every step 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.mem_cache.allocation_sizing import get_alloc_reserve_per_decode
 from sglang.srt.runtime_context import get_server_args
+from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang.sglang_compat import support
 from aspire_sglang.sglang_compat.spec_algorithm import ALGORITHM
@@ -49,12 +51,30 @@ def validate_request(original: Callable[..., None], manager: Any, obj: Any, inpu
     original(manager, obj, input_ids)
 
 
+def send_request(original: Callable[..., None], manager: Any, tokenized: Any) -> None:
+    """AROUND ``TokenizerManager._send_one_request``: choices of one request (``n`` > 1) get seeds of their own.
+
+    They share one record of sampling parameters, and equal seeds would give equal texts: choice k gets seed + k. The
+    request without output that SGLang sends ahead to fill the prefix cache is no choice.
+    """
+    params: Any = getattr(tokenized, "sampling_params", None)
+    is_seeded = params is not None and params.sampling_seed is not None
+    if is_seeded and params.n > 1 and params.max_new_tokens != 0 and aspire_selected(manager.server_args):
+        tokenized.sampling_params = copy.copy(params)
+        params.sampling_seed += 1
+    original(manager, tokenized)
+
+
 def add_request_to_queue(original: Callable[..., None], scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """AROUND ``Scheduler._add_request_to_queue``: a request we cannot serve exactly ends with a 400 that says why."""
     if aspire_selected(scheduler.server_args) and req.to_finish is None:
         problem = support.request_problem(req)
         if problem is not None:
             req.set_finish_with_abort(problem)
+            # SGLang still prefills one token of it, and must not trip over the parameters just refused.
+            req.sampling_params = SamplingParams(temperature=0.0, max_new_tokens=1)
+            req.sampling_params.normalize(None)
+            req.custom_logit_processor = None
     original(scheduler, req, *args, **kwargs)
 
 
@@ -104,8 +124,9 @@ def update_finish_state(original: Callable[..., None], req: Any, new_accepted_le
     """AROUND ``Req.update_finish_state``: judge an accepted run token by token, as plain decoding would.
 
     Stock looks at the whole run at once: the length cap is checked first and hides a stop before it, and a stop
-    string may lie outside the scanned tail. ``output_ids`` keeps the whole run (its KV is exact and goes into the
-    prefix cache with its tokens); ``finished_len`` marks where the text ends.
+    string may lie outside the scanned tail. What follows a stop was never asked for: it leaves the output and the
+    committed length, so that neither a session's next turn nor the prefix cache sees it, and its slots are released
+    with the rest of the decode reserve.
     """
     if req.to_finish is not None or not aspire_selected():
         original(req, new_accepted_len)
@@ -114,18 +135,30 @@ def update_finish_state(original: Callable[..., None], req: Any, new_accepted_le
         return
     run = req.output_ids[len(req.output_ids) - new_accepted_len :]
     del req.output_ids[len(req.output_ids) - new_accepted_len :]
-    for index, token in enumerate(run):
+    for num_judged, token in enumerate(run, start=1):
         req.output_ids.append(token)
         original(req, 1)
         if req.finished():
-            if req.finished_len is None:
-                req.finished_len = len(req.output_ids)
-            req.output_ids.extend(run[index + 1 :])
+            req.kv_committed_len -= len(run) - num_judged
             return
 
 
 def stream_accept(original: Callable[..., None], accumulator: Any, *, req: Any) -> None:
-    """AROUND ``_GenerationStreamAccumulator.accept``: nothing new to send means nothing is sent."""
-    if aspire_selected() and not req.finished() and len(req.output_ids) == req.send_token_offset:
+    """AROUND ``_GenerationStreamAccumulator.accept``: send when enough is new; stock expects one token a step.
+
+    With a stream interval it tests ``len(output_ids) % interval``, which runs of several tokens may step over for long.
+    """
+    if not aspire_selected() or req.finished():
+        original(accumulator, req=req)
         return
-    original(accumulator, req=req)
+    num_new = len(req.output_ids) - req.send_token_offset
+    params = req.sampling_params
+    interval = params.stream_interval or accumulator.default_stream_interval
+    if num_new == 0 or (req.stream and req.send_token_offset > 0 and num_new < interval):
+        return
+    own_interval = params.stream_interval
+    params.stream_interval = 1 if req.stream else own_interval
+    try:
+        original(accumulator, req=req)
+    finally:
+        params.stream_interval = own_interval

@@ -6,9 +6,11 @@ import copy
 import hashlib
 from array import array
 from collections.abc import Callable, Sequence
+from http import HTTPStatus
 from typing import Any
 
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 
 from aspire_sglang.records import PrefillRequest, StepRequest
@@ -119,9 +121,18 @@ def _processor_of(req: Any) -> Callable[[torch.Tensor, Sequence[int]], torch.Ten
     params = dict(req.sampling_params.custom_params or {})
 
     def apply(logits: torch.Tensor, output_ids: Sequence[int]) -> torch.Tensor:
+        if req.to_finish is not None:
+            return logits
         seen = copy.copy(req)
         seen.output_ids = array("q", output_ids)  # as SGLang keeps it
-        processed: torch.Tensor = processor(logits, [{**params, "__req__": seen}])
+        try:
+            processed: torch.Tensor = processor(logits, [{**params, "__req__": seen}])
+            if processed.shape != logits.shape:
+                raise ValueError(f"it returned logits of shape {tuple(processed.shape)}, not {tuple(logits.shape)}")
+        except Exception as error:  # a client's code must end its own request, not the server
+            message = f"the custom logit processor failed: {type(error).__name__}: {error}"
+            req.to_finish = FINISH_ABORT(message, HTTPStatus.BAD_REQUEST, "BadRequestError")
+            return logits
         return processed
 
     return apply

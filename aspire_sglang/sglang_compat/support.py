@@ -9,6 +9,7 @@ from typing import Any, get_type_hints
 import msgspec
 from sglang.srt.configs.hybrid_arch import mambaish_config
 from sglang.srt.configs.model_config import AttentionArch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from aspire_sglang.config import AspireConfig, ConfigError
@@ -141,6 +142,14 @@ def request_problem(req: Any) -> str | None:
         return "return_hidden_states is not supported with --spec-algorithm aspire; leave it out"
     if req.input_embeds is not None:
         return "input_embeds are not supported with --spec-algorithm aspire; send token ids or text"
+    if req.custom_logit_processor:
+        try:
+            CustomLogitProcessor.from_str(req.custom_logit_processor)
+        except Exception as error:  # whatever a pickled callable may raise must not end the server
+            return f"custom_logit_processor cannot be read ({error}); send the text that to_str() gives"
+    unknown = [token for token in params.stop_token_ids or () if not 0 <= token < req.vocab_size]
+    if unknown and params.min_new_tokens > 0:
+        return f"stop_token_ids holds {unknown[0]}; the model's token ids are 0 to {req.vocab_size - 1}"
     return request_options_problem(params.custom_params)
 
 

@@ -18,7 +18,7 @@ def llama(tiny_model: Callable[[str], Path]) -> str:
 
 @pytest.fixture(scope="session")
 def stock_outputs(llama: str) -> Callable[..., list[Any]]:
-    """REF of shared/known-faults.md: outputs of stock SGLang without speculation, in an engine with a large pool.
+    """REF of docs/known-faults.md: outputs of stock SGLang without speculation, in an engine with a large pool.
 
     Kept for the session. Not while another engine runs: there is room for one in a process.
     """

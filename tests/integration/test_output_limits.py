@@ -67,6 +67,8 @@ def test_streaming(llama: str, stock_outputs: RunStock, server: dict[str, Any], 
         assert reasons[output.rid] == [None] * (len(chunks[output.rid]) - 1) + [want.reason]
         if interval == 1:
             assert len(chunks[output.rid]) == 1 + output.req.spec_verify_ct
+        # No run is longer than 9 tokens: a chunk is sent as soon as the interval has passed.
+        assert all(len(chunk) < interval + 9 for chunk in chunks[output.rid])
 
 
 @pytest.mark.parametrize("server", [ACCEPTING, REJECTING], ids=["accepting", "rejecting"])

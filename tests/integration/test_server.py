@@ -90,6 +90,13 @@ def test_sampled_choices_are_their_own(server: Server) -> None:
     assert first["output_ids"] != second["output_ids"]
     seeded = [server.generate(TEXT, {**sampled, "sampling_seed": 5})["output_ids"] for _ in range(2)]
     assert seeded[0] == seeded[1]
+    choices = [
+        [choice["output_ids"] for choice in server.generate(TEXT, {**sampled, "sampling_seed": 5, "n": 3})]
+        for _ in range(2)
+    ]
+    assert choices[0] == choices[1]
+    assert choices[0][0] == seeded[0]
+    assert len({tuple(ids) for ids in choices[0]}) == 3
 
 
 def test_a_stream_sends_something_new_with_every_event(server: Server, plain_answer: list[int]) -> None:
@@ -235,6 +242,8 @@ def aspire(options: Any) -> dict[str, Any]:
 
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "ab"}], "max_tokens": 4}
 BAD_REQUESTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "unknown stop token": ("/generate", sampling(stop_token_ids=[-1], min_new_tokens=4), "stop_token_ids holds -1"),
+    "stop token too large": ("/generate", sampling(stop_token_ids=[9**6], min_new_tokens=4), "token ids are 0 to"),
     "logprobs": ("/generate", {**sampling(), "return_logprob": True}, "logprobs are not supported.*leave"),
     "chat logprobs": ("/v1/chat/completions", {**CHAT, "logprobs": True}, "logprobs are not supported.*leave"),
     "json schema": ("/generate", sampling(json_schema='{"type": "object"}'), "structured output.*leave the schema"),

@@ -56,7 +56,7 @@ def settled_lengths(requests: tuple[RequestView, ...], config: AspireConfig | No
 
 
 def throughput(requests: tuple[RequestView, ...], lengths: tuple[int, ...]) -> float:
-    """Tokens per second of the batch, straight from the definition in DESIGN section 4."""
+    """Tokens per second of the batch, straight from the definition in docs/architecture.md."""
     tokens, seconds = 0.0, COST.base_seconds
     for request, d in zip(requests, lengths, strict=True):
         tokens += sum(request.acceptance**j for j in range(d + 1)) / (d + 1)
