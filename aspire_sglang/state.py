@@ -71,3 +71,7 @@ class StateTable:
         for slot in self._by_slot:
             self._on_open(slot)
         self._by_slot.clear()
+
+    def __len__(self) -> int:
+        """Records kept: at most one a slot."""
+        return len(self._by_slot)

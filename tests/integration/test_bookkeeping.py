@@ -230,7 +230,7 @@ class TestPrefixCache:
                 stock.flush()
 
     def test_stop_inside_a_run(self, llama: str, stock_outputs: RunStock) -> None:
-        """Tokens past a stop were verified with it: their KV is exact, and a request that repeats them may use it."""
+        """Tokens past a stop were verified with it, but belong to nobody: the cache ends where stock's ends."""
         prompt = random_prompt(50, seed=63)
         (free,) = stock_outputs([prompt], greedy(30))
         stop = free.output_ids[4]
@@ -239,9 +239,10 @@ class TestPrefixCache:
         expected = stock_outputs([follower], greedy(20))
         with running_engine(llama, **ACCEPTING) as engine:
             (output,) = engine.generate([prompt], params)
-            assert output.output_ids == free.output_ids[: free.output_ids.index(stop) + 1]
+            kept = free.output_ids[: free.output_ids.index(stop) + 1]
+            assert output.output_ids == kept
             outputs = engine.generate([follower], greedy(20))
-            assert outputs[0].req.cached_tokens == len(follower) - 1
+            assert outputs[0].req.cached_tokens == len(prompt) + len(kept) - 1
         assert results(outputs) == results(expected)
 
 
