@@ -136,7 +136,7 @@ HOOKS: tuple[Hook, ...] = (
         f"{_STREAMER}.accept",
         HookType.AROUND,
         request_hooks.stream_accept,
-        "a drafting step has nothing to send",
+        "a drafting step has nothing to send; stock's interval test steps over runs of several tokens",
     ),
     Hook(
         f"{_BATCH_RESULT}._resolve_spec_v2_tokens",

@@ -22,12 +22,7 @@ CONFIG = AspireConfig(draft_max=3, draft_init=1, page_size=2, min_pages=2, recen
 NUM_SAMPLES, BATCH = 20_000, 500
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> object:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def host(config: AspireConfig = CONFIG, policy: object = None, num_slots: int = BATCH) -> TorchHost:
